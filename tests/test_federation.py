@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -331,6 +332,42 @@ def test_your_own_data_in_memory() -> None:
     federation = Federation(tiny_config(), dataset=mine)
     _, record = federation.run_round(federation.initial_state())
     assert len(record.scores["resnet10"].class_accuracy) == 4
+
+
+def test_arrays_that_run_backwards_are_the_same_data() -> None:
+    images = np.random.default_rng(0).integers(0, 255, (60, 8, 8, 1), dtype=np.uint8)
+    labels = np.arange(60) % 4
+    losses = []
+    for copied in (False, True):
+        inputs, targets = images[::-1, :, ::-1], labels[::-1]
+        if copied:
+            inputs, targets = inputs.copy(), targets.copy()
+        data = Dataset("mine", Examples(inputs, targets), Examples(inputs, targets), 4)
+        federation = Federation(tiny_config(), dataset=data)
+        losses.append(federation.run_round(federation.initial_state())[1].train_loss)
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"classes": "4"}, "data set 'mine': classes = '4': should be the number of a model's"),
+        ({"classes": list("abcd")}, "should be the number of a model's outputs, 1 or more"),
+        ({"train": ([1], [2])}, "data set 'mine': train: is a tuple; motley.data.Examples are"),
+        ({"test": None}, "data set 'mine': test: is a NoneType; motley.data.Examples are expect"),
+    ],
+)
+def test_a_data_set_of_other_things_is_refused(arguments: dict[str, Any], message: str) -> None:
+    examples = Examples(np.zeros((4, 8, 8, 1), np.uint8), np.arange(4))
+    with pytest.raises(MotleyError) as raised:
+        Dataset("mine", **{"train": examples, "test": examples, "classes": 4, **arguments})
+    assert message in str(raised.value)
+
+
+def test_examples_of_lists_are_refused() -> None:
+    images: Any = [[[[0]]]]
+    with pytest.raises(MotleyError, match="Examples: inputs: is a list; a NumPy array is expected"):
+        Examples(images, np.zeros(1, dtype=np.int64))
 
 
 def test_a_federation_learns() -> None:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 from torch.utils.data import Dataset as TorchDataset
-from torch.utils.data import IterableDataset, Subset, TensorDataset
 
 from motley.core.errors import MotleyError
 from motley.data import Dataset, from_datasets
@@ -178,6 +178,27 @@ PAIRS = [(torch.zeros(2), i % 2) for i in range(10)]
         (TensorDataset(torch.zeros(3)), {}, "needs two tensors"),
         ((torch.zeros(20, 4), LABELS), {"resize": 3}, "resize is for images"),
         (PAIRS[:1] * 2, {"pad": True, "test_fraction": 0.1}, "leaves no example for testing"),
+        (PAIRS, {"test_fraction": "half"}, "test_fraction = 'half': should be above 0 and below 1"),
+        ((torch.zeros(0, 2), torch.zeros(0)), {}, "train: there are no examples in it."),
+        (torch.zeros(3, 2), {}, "train: is a Tensor; a pair of arrays is given as one tuple"),
+        ([torch.zeros(20, 2), LABELS], {}, "train: is a list; a pair of arrays is given as one tu"),
+        (DataLoader(PAIRS), {}, "train: is a DataLoader; give its data set: loader.dataset."),  # type: ignore[arg-type]
+        (PAIRS, {"classes": 0}, "classes = 0: should be the number of classes, or a list of their"),
+        (PAIRS, {"classes": 2.5}, "classes = 2.5: should be"),
+        (PAIRS, {"classes": "ab"}, "classes = 'ab': should be the number of classes"),
+        (PAIRS, {"classes": ["a", "a"]}, "classes = ['a', 'a']: 'a' is named twice."),
+        ([(torch.zeros(2), "ab"[i % 2]) for i in range(9)], {"classes": 3}, "the labels are texts"),
+        ([(torch.zeros(2), i / 2) for i in range(9)], {"classes": ["a", "b"]}, "have no classes"),
+        (PAIRS, {"clients": 4}, "train: clients = 4: should be a key of the items"),
+        (PAIRS, {"clients": [None] * 10}, "train[0]: clients: None is the name of no client."),
+        (PAIRS, {"clients": [1.0, float("nan")] * 5}, "train[1]: clients: nan is the name of no"),
+        (PAIRS, {"clients": lambda item: item["who"]}, "train[0]: clients: TypeError: "),
+        ((torch.zeros(20, 2), LABELS), {"clients": lambda item: {}[0]}, "clients: KeyError: 0"),
+        (PAIRS, {"test_clients": [1]}, "test_clients: has no effect without `test`."),
+        (PAIRS, {"resize": -1}, "resize = -1: should be the side in pixels"),
+        (PAIRS, {"resize": (8, 8)}, "resize = (8, 8): should be the side in pixels"),
+        (PAIRS, {"resize": 100_000}, "resize = 100000: should be the side in pixels, up to 7,000"),
+        ((torch.zeros(20, 2), LABELS), {"input_key": "x"}, "train: input_key = 'x': a pair of arr"),
     ],
 )
 def test_bad_items_are_named(train: Any, options: dict[str, Any], message: str) -> None:
@@ -189,6 +210,8 @@ def test_parts_that_do_not_fit_are_refused() -> None:
     said = "test inputs are rows of a table, 4 numbers, and training inputs are rows of a table, 3"
     assert said in refused(train, (torch.zeros(2, 4), LABELS[:2]))
     assert "give test_clients too" in refused(train, train, clients=np.arange(20))
+    names = [(torch.zeros(3), "a")]
+    assert "train are numbers, and those of test are texts" in refused(train, names)
     texts = ([[0.0]] * 4, np.array(["a", "b", "a", "b"]))
     other = ([[0.0]], np.array(["c"]))
     assert "test[0]: the label 'c' of the test part" in refused(texts, other)

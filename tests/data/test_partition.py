@@ -385,3 +385,24 @@ def test_files_that_are_absent_or_pickled_or_of_another_kind_are_refused(tmp_pat
     }.items():
         with pytest.raises(MotleyError, match=message):
             FromFile(path=tmp_path / name).split(np.zeros(5), 1, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("owners", "clients", "message"),
+    [
+        ([0, 4], 4, r"owners\[1\] = 4: with clients = 4, owners are 0 to 3\."),
+        ([0, -1], 4, r"owners\[1\] = -1: with clients = 4"),
+        ([0.0, 1.0], 2, "one client number per sample, not float64"),
+        (["a"], 1, "one client number per sample, not <U1"),
+        ([[0], [1]], 2, r"one client number per sample, not int64 of shape \(2, 1\)"),
+        ([0, 1], "2", "clients = '2': should be a whole number, 1 or more"),
+    ],
+)
+def test_owners_are_client_numbers(owners: Any, clients: Any, message: str) -> None:
+    with pytest.raises(MotleyError, match=message):
+        Partition.from_owners(owners, clients)
+
+
+def test_owners_may_be_a_list() -> None:
+    owners: Any = [1, 0, 1]
+    assert Partition.from_owners(owners, 3).sizes.tolist() == [1, 2, 0]

@@ -73,8 +73,8 @@ def split_records(
             if labels.ndim != 1:
                 raise MotleyError(
                     f"{records.where(0)}: a classification has one label per example, not the "
-                    f"shape {labels.shape}. For sequences of tokens set data.files.task = "
-                    "'next-token'."
+                    f"shape {labels.shape}. For sequences of tokens set task = 'next-token' "
+                    "(data.files.task)."
                 )
             classes = np.unique(labels, return_inverse=True)[1]
         else:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from motley.core.dotted import describe
 from motley.core.errors import MotleyError
 from motley.data.arrays import shaped_inputs, to_numpy
 from motley.data.assemble import Records, assemble
@@ -21,6 +24,9 @@ from motley.models.inputs import InputShape, TokenShape
 
 INPUT_KEYS = ("inputs", "input", "image", "img", "x", "features", "pixel_values", "input_ids")
 TARGET_KEYS = ("targets", "target", "label", "labels", "y", "class")
+
+#: The largest side to which images are scaled, so that an image has at most 50,000,000 pixels.
+MAX_SIDE = 7_000
 
 #: A map-style Dataset, a pair (inputs, targets) of arrays or tensors, or a list of items.
 Source: TypeAlias = Any
@@ -70,8 +76,15 @@ def from_datasets(
         pad: Fill inputs of different sizes with zeros at the end, to the largest size.
         name: The data set's name in messages.
     """
-    if not 0 < test_fraction < 1:
-        raise MotleyError(f"test_fraction = {test_fraction}: should be above 0 and below 1.")
+    if not isinstance(test_fraction, Real) or not 0 < test_fraction < 1:
+        raise MotleyError(f"test_fraction = {test_fraction!r}: should be above 0 and below 1.")
+    if not _is_whole(resize) or not 0 <= resize <= MAX_SIDE:
+        raise MotleyError(
+            f"resize = {resize!r}: should be the side in pixels, up to {MAX_SIDE:,}, or 0."
+        )
+    if test is None and test_clients is not None:
+        raise MotleyError("test_clients: has no effect without `test`.")
+    names, outputs = _named_classes(classes)
     keys = (input_key, target_key)
     parts = [_collect(train, "train", keys, clients, resize)]
     if test is not None:
@@ -86,14 +99,20 @@ def from_datasets(
         test_inputs, test_shape = shaped_inputs(arrays[1], inputs, "test")
         shape = common_shape(shape, test_shape, "test")
         test_records = parts[1].records(test_inputs)
-    names: tuple[str, ...] = ()
-    outputs = 0
-    if isinstance(classes, int):
-        outputs = classes
-    elif classes is not None:
-        names = tuple(classes)
     if task == "auto":
         task = _task_of(parts[0].targets, shape)
+    if names and task == "regression":
+        raise MotleyError(
+            f"classes = {list(names)}: the targets are numbers (task = 'regression'), which have "
+            "no classes. Classes are whole numbers or texts."
+        )
+    are_texts = not isinstance(parts[0].targets, np.ndarray)
+    if outputs and are_texts:
+        raise MotleyError(
+            f"classes = {outputs}: the labels are texts; give all their names instead, or None."
+        )
+    if test is not None:
+        _check_same_kind(parts[0], parts[1])
     return assemble(
         name,
         train_records,
@@ -105,6 +124,40 @@ def from_datasets(
         test_fraction=test_fraction,
         test_seed=seed,
     ).dataset
+
+
+def _named_classes(classes: Any) -> tuple[tuple[str, ...], int]:
+    """Return the names of the classes, if they were given, and else their number, or 0."""
+    if classes is None:
+        return (), 0
+    if _is_whole(classes) and classes > 0:
+        return (), int(classes)
+    is_sequence = isinstance(classes, Sequence | np.ndarray) and not isinstance(classes, str)
+    if not is_sequence or not all(isinstance(name, str) for name in classes) or not len(classes):
+        raise MotleyError(
+            f"classes = {classes!r}: should be the number of classes, or a list of their names."
+        )
+    names = tuple(map(str, classes))
+    for name in names:
+        if names.count(name) > 1:
+            raise MotleyError(f"classes = {list(names)}: {name!r} is named twice.")
+    return names, 0
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _check_same_kind(train: _Part, test: _Part) -> None:
+    """Refuse labels that are texts in one part and numbers in the other."""
+    kinds = []
+    for part in (train, test):
+        kinds.append("numbers" if isinstance(part.targets, np.ndarray) else "texts")
+    if kinds[0] != kinds[1]:
+        raise MotleyError(
+            f"the targets of train are {kinds[0]}, and those of test are {kinds[1]}. Both parts "
+            "need targets of one kind."
+        )
 
 
 def _clients_of_test(clients: Clients, test_clients: Clients) -> Clients:
@@ -155,7 +208,16 @@ def _collect(
             )
         source = source.tensors
     if isinstance(source, tuple):
-        return _pair(source, part, clients, resize)
+        return _pair(source, part, keys, clients, resize)
+    if isinstance(source, DataLoader):
+        raise MotleyError(f"{part}: is a DataLoader; give its data set: loader.dataset.")
+    is_array = isinstance(source, np.ndarray | torch.Tensor)
+    is_list_of_arrays = isinstance(source, list) and len(source) == 2 and _are_rows(*source)
+    if is_array or is_list_of_arrays:
+        raise MotleyError(
+            f"{part}: is {describe(source)}; a pair of arrays is given as one tuple: "
+            "(inputs, targets)."
+        )
     is_map_style = hasattr(source, "__len__") and hasattr(source, "__getitem__")
     if isinstance(source, IterableDataset | Mapping | str) or not is_map_style:
         raise MotleyError(
@@ -165,7 +227,17 @@ def _collect(
     return _items(source, part, keys, clients, resize)
 
 
-def _pair(pair: tuple[Any, ...], part: str, clients: Clients, resize: int) -> _Part:
+def _are_rows(inputs: Any, targets: Any) -> bool:
+    """Tell whether these are inputs and targets of many examples, rather than two items."""
+    arrays = np.ndarray | torch.Tensor
+    if not isinstance(inputs, arrays) or not isinstance(targets, arrays):
+        return False
+    return inputs.ndim > 0 and targets.ndim > 0 and len(inputs) == len(targets)
+
+
+def _pair(
+    pair: tuple[Any, ...], part: str, keys: tuple[str, str], clients: Clients, resize: int
+) -> _Part:
     if len(pair) != 2:
         raise MotleyError(f"{part}: a tuple should be (inputs, targets), not of {len(pair)}.")
     inputs = _as_array(pair[0], f"{part}: inputs")
@@ -175,12 +247,18 @@ def _pair(pair: tuple[Any, ...], part: str, clients: Clients, resize: int) -> _P
             f"{part}: inputs have the shape {inputs.shape} and targets {targets.shape}; both need "
             "one row per example."
         )
+    if not len(inputs):
+        raise MotleyError(f"{part}: there are no examples in it.")
     if isinstance(clients, str):
         raise MotleyError(f"{part}: clients = {clients!r}: a pair of arrays has no keys.")
+    for argument, key in zip(("input_key", "target_key"), keys, strict=True):
+        if key:
+            raise MotleyError(f"{part}: {argument} = {key!r}: a pair of arrays has no keys.")
     names = None
     if callable(clients):
-        rows = zip(inputs, targets, strict=True)
-        names = [str(clients(row)) for row in rows]
+        names = []
+        for row, item in enumerate(zip(inputs, targets, strict=True)):
+            names.append(_client_of(clients, item, f"{part}[{row}]"))
     elif clients is not None:
         names = _names(clients, len(inputs), part)
     if resize:
@@ -213,9 +291,9 @@ def _items(source: Any, part: str, keys: tuple[str, str], clients: Clients, resi
             all_inputs = f"{part}: {count} examples of shape {array.shape}"
             check_fits(all_inputs, count * array.nbytes, torch.device("cpu"))
         if isinstance(clients, str):
-            names.append(str(_value(item, clients, where, "clients")))
+            names.append(_client_name(_value(item, clients, where, "clients"), where))
         elif callable(clients):
-            names.append(str(clients(item)))
+            names.append(_client_of(clients, item, where))
     if clients is None:
         return _Part(part, inputs, _targets(targets, part), None)
     if not isinstance(clients, str) and not callable(clients):
@@ -275,19 +353,44 @@ def _as_array(value: Any, where: str) -> np.ndarray:
     try:
         array = to_numpy(value)
     except (ValueError, TypeError, RuntimeError, OverflowError) as error:
-        raise MotleyError(f"{where}: cannot be made an array of numbers: {error}.") from None
+        raise MotleyError(
+            f"{where}: cannot be made an array of numbers: {str(error).rstrip('.')}."
+        ) from None
     if array.dtype == object:
         raise MotleyError(f"{where}: is not an array of numbers but of Python objects.")
     return array
 
 
+def _client_of(clients: Callable[[Any], Any], item: Any, where: str) -> str:
+    """Return the client of an item by the user's function."""
+    try:
+        name = clients(item)
+    except Exception as error:
+        # The user's own code: whatever it raises, the index helps to find the reason.
+        raise MotleyError(f"{where}: clients: {type(error).__name__}: {error}") from error
+    return _client_name(name, where)
+
+
+def _client_name(value: Any, where: str) -> str:
+    """Return a client's name. A missing one is no client called None or nan."""
+    is_missing = value is None or (isinstance(value, float) and math.isnan(value))
+    if is_missing:
+        raise MotleyError(f"{where}: clients: {value!r} is the name of no client.")
+    return str(value)
+
+
 def _names(clients: Any, count: int, part: str) -> list[str]:
+    if not isinstance(clients, Iterable):
+        raise MotleyError(
+            f"{part}: clients = {clients!r}: should be a key of the items, one name per example, "
+            "or a function of an item."
+        )
     values = to_numpy(clients).tolist() if isinstance(clients, torch.Tensor) else list(clients)
     if len(values) != count:
         raise MotleyError(
             f"{part}: there are {count} examples and {len(values)} entries in clients."
         )
-    return [str(value) for value in values]
+    return [_client_name(value, f"{part}[{row}]") for row, value in enumerate(values)]
 
 
 def _targets(values: list[Any], part: str) -> Sequence[str] | np.ndarray:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -47,6 +48,13 @@ class Examples:
     input_shape: InputShape | None = None
 
     def __post_init__(self) -> None:
+        for field_name in ("inputs", "targets", "clients"):
+            array: object = getattr(self, field_name)
+            if not isinstance(array, np.ndarray) and (array is not None or field_name != "clients"):
+                raise MotleyError(
+                    f"Examples: {field_name}: is {describe(array)}; a NumPy array is expected. "
+                    "motley.data.from_datasets takes tensors and lists."
+                )
         if self.input_shape is None or isinstance(self.input_shape, ImageShape):
             self._check_images()
         else:
@@ -147,6 +155,19 @@ class Dataset:
     class_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        for part in ("train", "test"):
+            examples: object = getattr(self, part)
+            if not isinstance(examples, Examples):
+                raise MotleyError(
+                    f"data set {self.name!r}: {part}: is {describe(examples)}; "
+                    "motley.data.Examples are expected."
+                )
+        is_whole = isinstance(self.classes, Integral) and not isinstance(self.classes, bool)
+        if not is_whole or self.classes < 1:
+            raise MotleyError(
+                f"data set {self.name!r}: classes = {self.classes!r}: should be the number of a "
+                "model's outputs, 1 or more."
+            )
         self._check_targets("train", self.train)
         if self.tested or len(self.test):
             self._check_targets("test", self.test)

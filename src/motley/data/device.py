@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -49,6 +50,13 @@ def device_data(
     return DeviceData(examples, device)
 
 
+def _as_tensor(array: np.ndarray) -> Tensor:
+    """Return an array as a tensor. One that runs backwards (a[::-1]) is copied: torch has none."""
+    if any(stride < 0 for stride in array.strides):
+        array = array.copy()
+    return torch.from_numpy(array)
+
+
 class DeviceData:
     """Examples on a device, with inputs that are used as they are stored."""
 
@@ -60,8 +68,8 @@ class DeviceData:
         #: The shape of a model's input.
         self.shape: InputShape = examples.shape
         with allocating(f"the {len(examples)} examples of the data set"):
-            self.inputs = torch.from_numpy(examples.inputs).to(device)
-        self.targets = torch.from_numpy(examples.targets).to(device)
+            self.inputs = _as_tensor(examples.inputs).to(device)
+        self.targets = _as_tensor(examples.targets).to(device)
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -126,7 +134,7 @@ class ImageData(DeviceData):
         self.device = device
         self.transform = transform
         # The kernel reads an image as one block of memory, so a transposed array is copied.
-        images = torch.from_numpy(examples.inputs).contiguous()
+        images = _as_tensor(examples.inputs).contiguous()
         _, self.height, self.width, stored_channels = images.shape
         stored_shape = ImageShape(stored_channels, self.height, self.width)
         self.shape: ImageShape = transform.shape_of(stored_shape)
@@ -145,7 +153,7 @@ class ImageData(DeviceData):
                 images = F.pad(images, (0, 0, pad, pad, pad, pad))
             self.inputs = images.to(device)
         self._unpadded = self.inputs[:, pad : pad + self.height, pad : pad + self.width]
-        self.targets = torch.from_numpy(examples.targets).to(device)
+        self.targets = _as_tensor(examples.targets).to(device)
         # Mean and std are given for pixels in 0..1; bytes are stored as 0..255. With
         # data.transform.channels there are more values than stored channels, and normalisation
         # broadcasts to copies.

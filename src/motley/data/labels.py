@@ -84,7 +84,7 @@ def check_class_count(names: tuple[str, ...], examples: int, where: str) -> None
     if len(names) > MAX_CLASSES or too_many:
         raise MotleyError(
             f"{where}: {len(names):,} different labels in {examples:,} examples do not look like "
-            "classes. For a regression set data.files.task = 'regression'."
+            "classes. For a regression set task = 'regression' (data.files.task)."
         )
 
 

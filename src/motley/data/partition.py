@@ -12,6 +12,7 @@ import json
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -53,7 +54,28 @@ class Partition:
 
     @classmethod
     def from_owners(cls, owners: np.ndarray, clients: int) -> Partition:
-        """Return the partition with these owners. A client's samples are in ascending order."""
+        """Return the partition in which sample i belongs to client `owners[i]`.
+
+        A client's samples are in ascending order.
+        """
+        owners = np.asarray(owners)
+        if owners.ndim != 1 or owners.dtype.kind not in "iu":
+            raise MotleyError(
+                "Partition.from_owners: owners: should be one client number per sample, not "
+                f"{owners.dtype} of shape {owners.shape}."
+            )
+        if not isinstance(clients, Integral) or clients < 1:
+            raise MotleyError(
+                f"Partition.from_owners: clients = {clients!r}: should be a whole number, 1 or "
+                "more."
+            )
+        outside = (owners < 0) | (owners >= clients)
+        if outside.any():
+            row = int(outside.argmax())
+            raise MotleyError(
+                f"Partition.from_owners: owners[{row}] = {owners[row]}: with clients = {clients}, "
+                f"owners are 0 to {clients - 1}."
+            )
         sizes = np.bincount(owners, minlength=clients)
         indices = np.argsort(owners, kind="stable").astype(np.int64, copy=False)
         return cls(indices, _offsets(sizes))
