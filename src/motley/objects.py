@@ -318,7 +318,9 @@ class _Writer:
         """Return the table of the clients' training; its optimizer may be a class of torch's."""
         table = _table("training", training, "{'epochs': 2}")
         if "optimizer" in table:
-            table["optimizer"] = self.named(OPTIMIZER_CLASSES, table["optimizer"], "optimizer")
+            table["optimizer"] = self.named(
+                OPTIMIZER_CLASSES, table["optimizer"], "training.optimizer"
+            )
         return table
 
 

@@ -100,6 +100,10 @@ def test_a_users_stage_reports_and_limits(importable: Path) -> None:
         ("data.name=mine:Net", "a function that returns a motley.data.Dataset is expected."),
         ("data.partition.name=mine:Net", "a subclass of motley.PartitionSettings is expected."),
         ("training.optimizer.name=mine:Net", "a subclass of torch.optim.Optimizer is expected."),
+        (
+            "training.optimizer.name=torch.optim:LBFGS",
+            "its step needs closure; clients call step()",
+        ),
         ("training.optimizer.slowr=1", "unknown key 'slowr'. Did you mean 'slower'?"),
         ("training.optimizer.weight_decay=1", "mine:Plain takes no weight_decay."),
         ("server.optimizer.name=mine:Net", "a subclass of motley.ServerOptimizerSettings is"),

@@ -133,6 +133,7 @@ wrong_metrics = wrong_server("metrics")
 wrong_adjust = wrong_server("adjust_aggregate", own_aggregation=True)
 wrong_post = wrong_server("post_process", own_aggregation=True)
 wrong_update = wrong_server("update", own_aggregation=True)
+misspelt = method(type("Misspelt", (motley.ClientAlgorithm,), {"after_backwards": lambda *_: 0}))
 wrong_collection = wrong_server("collection_clients", collection=True)
 wrong_client = method(dict)
 no_aggregate = method(server=NoAggregate, own_aggregation=True)
@@ -266,6 +267,11 @@ def test_an_exception_in_a_worker_process_names_the_line_too(folder: Path) -> No
         (
             "method.name=faulty:wrong_payload",
             "finish of WrongPayload returned an int as 'a' in its payload; a tensor is expected.",
+        ),
+        (
+            "method.name=faulty:misspelt",
+            "Misspelt overrides no hook of motley.ClientAlgorithm: unknown hook 'after_backwards'. "
+            "Did you mean 'after_backward'?",
         ),
         ("method.name=faulty:wrong_state", "initial_client_state of WrongState returned a list; a"),
         ("method.name=faulty:wrong_init", "init of WrongServer returned a float as 'a'; a tensor"),

@@ -26,7 +26,7 @@ from motley.client.training import (
     reset,
 )
 from motley.client.weights import LossScale, Weights
-from motley.core.dotted import describe, takes_any_keyword
+from motley.core.dotted import describe, required_parameters, takes_any_keyword
 from motley.core.errors import MotleyError
 
 #: Arguments that a user cannot set, because they choose how torch computes a step.
@@ -103,6 +103,11 @@ def accept_optimizer(item: Any) -> type[OptimizerSettings]:
     arguments = _arguments(item)
     if "lr" not in arguments and not takes_any_keyword(item):
         raise MotleyError("takes no argument `lr`; the clients' learning rate has to go there.")
+    needed = [name for name in required_parameters(item.step) if name != "self"]
+    if needed:
+        raise MotleyError(
+            f"its step needs {', '.join(needed)}; clients call step() after backward()."
+        )
     fields: dict[str, Any] = {}
     for name, parameter in arguments.items():
         default = parameter.default

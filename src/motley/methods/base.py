@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from motley.core.dotted import check_arguments, describe, subclass_of
-from motley.core.errors import MotleyError
+from motley.core.errors import MotleyError, unknown
 from motley.core.merge import Aggregate
 from motley.core.part import State
 from motley.core.registry import Registry
@@ -387,6 +387,7 @@ def _accept(item: Any) -> type[Method]:
             raise MotleyError(
                 f"its {name} is {describe(half)}; a subclass of motley.{base.__name__} is expected."
             )
+        _check_names(half, base)
     if not isinstance(method.requirements, Requirements):
         raise MotleyError(
             f"its requirements are {describe(method.requirements)}; motley.Requirements(...) is "
@@ -397,6 +398,22 @@ def _accept(item: Any) -> type[Method]:
     except TypeError as error:
         raise MotleyError(str(error)) from None
     return method
+
+
+def _check_names(half: type, base: type) -> None:
+    """Refuse a half whose functions are all unknown to its base class: nothing would call them."""
+    functions = []
+    for name, value in vars(half).items():
+        if inspect.isfunction(value) and not name.startswith("__"):
+            functions.append(name)
+    if half is base or not functions or any(hasattr(super(half, half), name) for name in functions):
+        return
+    public = [name for name in vars(base) if not name.startswith("_")]
+    hooks = sorted(name for name in public if inspect.isfunction(vars(base)[name]))
+    raise MotleyError(
+        f"{half.__name__} overrides no hook of motley.{base.__name__}: "
+        f"{unknown('hook', functions[0], hooks)}"
+    )
 
 
 METHODS: Registry[type[Method]] = Registry("method", group="motley.methods", accept=_accept)
