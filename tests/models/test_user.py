@@ -118,3 +118,18 @@ def test_declared_paths_lead_to_modules(declared: dict[str, Any], words: str) ->
     with pytest.raises(MotleyError) as raised:
         motley.Federation(models={"net": spec}, data=load_dataset("digits"), clients=4)
     assert words in str(raised.value)
+
+
+def test_a_factory_may_load_weights(recwarn: pytest.WarningsRecorder) -> None:
+    weights = Net().state_dict()
+
+    def trained() -> nn.Module:
+        net = Net()
+        net.load_state_dict(weights)
+        return net
+
+    federation = motley.Federation(
+        models={"net": trained}, data=load_dataset("digits"), clients=4, engine="debug"
+    )
+    assert torch.equal(federation.initial_state().state["fc.weight"], weights["fc.weight"])
+    assert not [str(one.message) for one in recwarn if "non-meta" in str(one.message)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -127,7 +128,10 @@ def build_on_meta(name: str, build: Callable[[], nn.Module]) -> nn.Module:
 
 def _built_without_values(build: Callable[[], nn.Module]) -> nn.Module:
     try:
-        with on_meta():
+        with on_meta(), warnings.catch_warnings():
+            # A factory that loads weights is right to do so: they count when it is called again for
+            # the initial state.
+            warnings.filterwarnings("ignore", ".*copying from a non-meta parameter")
             return build()
     except MotleyError:
         raise
