@@ -157,6 +157,37 @@ def test_a_run_without_a_checkpoint_can_be_changed_in_every_way(
     assert timeless(tmp_path / "run") == timeless(tmp_path / "plain")
 
 
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("engine.device=tpu", "engine.device = 'tpu'"),
+        ("engine.device=cuda:7", "engine.device = 'cuda:7'"),
+        ("data.path=moved.npz", "data set 'digits' takes no path"),
+    ],
+)
+def test_settings_that_a_run_cannot_be_opened_with_are_not_saved(
+    motley: Command, tmp_path: Path, override: str, problem: str
+) -> None:
+    """A misspelt device in config.toml would make every later command on the run fail."""
+    start(motley, tmp_path / "run", "training.rounds=1")
+    config = tmp_path / "run" / "config.toml"
+    original = config.read_text()
+    answer = motley("resume", "run", "--rounds", 2, "--set", override)
+    assert answer.code == 2 and problem in answer.err
+    assert config.read_text() == original
+    assert not (tmp_path / "run" / "changes.jsonl").exists()
+    assert motley("resume", "run", "--rounds", 2).code == 0
+
+
+def test_a_setting_that_the_method_did_not_have_is_named_in_words(
+    motley: Command, tmp_path: Path
+) -> None:
+    start(motley, tmp_path / "run", "training.rounds=1")
+    answer = motley("resume", "run", "--set", "method.name=fedprox")
+    assert "method.mu = 0.1: rounds 1 to 1 ran without it." in answer.err
+    assert "None" not in answer.err
+
+
 def test_other_data_are_refused_unless_they_are_accepted(motley: Command, tmp_path: Path) -> None:
     digits = load_dataset("digits")
     arrays = {
@@ -175,8 +206,8 @@ def test_other_data_are_refused_unless_they_are_accepted(motley: Command, tmp_pa
     answer = motley("resume", "run", "--rounds", 3)
     assert answer.code == 2
     assert "the test examples are not those of rounds 1 to 2. Restore the data" in answer.err
-    assert "motley resume run --accept data" in answer.err
-    assert motley("resume", "run", "--accept", "data").code == 0
+    assert "motley resume run --rounds 3 --accept data" in answer.err
+    assert motley("resume", "run", "--rounds", 3, "--accept", "data").code == 0
     assert '"accepted": "data"' in (tmp_path / "run" / "changes.jsonl").read_text()
 
 
@@ -191,8 +222,8 @@ def test_changes_of_the_metrics_are_refused_unless_they_are_accepted(
     assert problem in motley("show", "run").err
     answer = motley("resume", "run", "--rounds", 4)
     assert answer.code == 2 and problem in answer.err
-    assert "motley resume run --accept metrics" in answer.err
-    assert motley("resume", "run", "--accept", "metrics").code == 0
+    assert "motley resume run --rounds 4 --accept metrics" in answer.err
+    assert motley("resume", "run", "--rounds", 4, "--accept", "metrics").code == 0
     assert [line["round"] for line in timeless(tmp_path / "run")] == [1, 3, 4]
     recorded = (tmp_path / "run" / "changes.jsonl").read_text()
     assert '"accepted": "metrics"' in recorded and problem in recorded

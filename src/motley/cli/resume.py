@@ -17,7 +17,7 @@ from motley.runs.checkpoint import last_round
 from motley.runs.folder import RunFolder
 from motley.runs.integrity import changed_settings, newest_metadata
 from motley.runs.plugins import changed_plugins
-from motley.runs.run import ACCEPTABLE, change_settings, resume_run
+from motley.runs.run import ACCEPTABLE, change_settings, changed_config, resume_run
 
 
 def resume(
@@ -48,14 +48,18 @@ def resume(
     import_for_runs(path)
     folder = RunFolder.open(path)
     before = folder.read_config()
-    config = change_settings(path, set_, rounds) if set_ or rounds is not None else before
+    config = changed_config(path, set_, rounds)
     for warning in _warnings(folder, before, config):
         warn(warning)
     with watch(path) as progress:
         if config.engine.name == "flower-simulation":
-            simulation()(None, path, [progress])
+            simulate = simulation()
+            change_settings(path, set_, rounds)
+            simulate(None, path, [progress])
         else:
-            resume_run(path, [progress], accept=accept, warn=warn)
+            resume_run(
+                path, [progress], accept=accept, warn=warn, overrides=set_, rounds=rounds
+            )
         if not progress.rounds:
             progress.say("This run is already finished.")
 

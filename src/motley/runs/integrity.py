@@ -296,7 +296,8 @@ def refuse_changes(folder: RunFolder, round_number: int, changes: Changes) -> No
     refused = []
     for name, (old, new) in changes.items():
         if not may_change(name):
-            refused.append(f"{name} = {_shown(new)}: rounds 1 to {round_number} ran with {old!r}.")
+            before = "without it" if old is None else f"with {old!r}"
+            refused.append(f"{name} = {_shown(new)}: rounds 1 to {round_number} ran {before}.")
     if not refused:
         return
     refused.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -102,18 +103,24 @@ def resume_run(
     engine: Callable[[Federation], Engine] | None = None,
     accept: Collection[str] = (),
     warn: Callable[[str], object] = log.warning,
+    overrides: Collection[str] = (),
+    rounds: int | None = None,
 ) -> tuple[Federation, ServerState]:
     """Continue a run from its newest intact checkpoint. A finished run is left as it is.
 
     The run is refused if its settings, its data or its metrics were changed since then; `accept`
     names changes that are allowed nevertheless (`ACCEPTABLE`). Everything else that is unusual is
     passed to `warn`.
+
+    `overrides` and `rounds` change settings first (`changed_config`). They are saved only after the
+    run could be opened with them: a device that does not exist must not stay in config.toml.
     """
     path = given_path(path, "resume_run: path")
     folder = RunFolder.open(path)
     with folder.locked():
-        config = folder.read_config()
-        _settle_edits(folder, config, warn)
+        saved = folder.read_config()
+        _settle_edits(folder, saved, warn)
+        config = changed_config(path, overrides, rounds)
         federation = Federation(config, client_state_folder=folder.clients, engine=engine)
         data = data_checksums(federation)
         remove_unfinished(folder.checkpoints)
@@ -123,10 +130,14 @@ def resume_run(
             server = federation.initial_state()
         else:
             server, metadata = restored
-            _require_same_data(folder, metadata, data, accept)
-            _require_same_logs(folder, metadata, accept)
-        if server.round_number < config.training.rounds:
+            command = _command(path, overrides, rounds)
+            _require_same_data(folder, metadata, data, accept, command)
+            _require_same_logs(folder, metadata, accept, command)
+        unfinished = server.round_number < config.training.rounds
+        if unfinished:
             require_loggers(config)
+        _save_changes(folder, saved, config)
+        if unfinished:
             server = keep_ledger(folder, federation, server)
             loggers = build_loggers(path, config)
             callbacks = [*loggers, *folder_callbacks(folder, config, data), *watchers]
@@ -219,7 +230,11 @@ def _warn_about_lost_checkpoints(
 
 
 def _require_same_data(
-    folder: RunFolder, metadata: Metadata, data: dict[str, str], accept: Collection[str]
+    folder: RunFolder,
+    metadata: Metadata,
+    data: dict[str, str],
+    accept: Collection[str],
+    command: str,
 ) -> None:
     changed = changed_data(metadata, data)
     if not changed:
@@ -228,21 +243,33 @@ def _require_same_data(
     if "data" not in accept:
         raise MotleyError(
             f"{folder.path} cannot be continued: {problem}. Restore the data, or start a new run. "
-            f"To continue with other data nevertheless: motley resume {folder.path} --accept data"
+            f"To continue with other data nevertheless: {command} --accept data"
         )
     record_change(folder, metadata.round_number, accepted="data", problem=problem)
 
 
-def _require_same_logs(folder: RunFolder, metadata: Metadata, accept: Collection[str]) -> None:
+def _require_same_logs(
+    folder: RunFolder, metadata: Metadata, accept: Collection[str], command: str
+) -> None:
     problem = log_problem(folder, metadata)
     if not problem:
         return
     if "metrics" not in accept:
         raise MotleyError(
             f"{problem} Restore the file. To continue with the file as it is: "
-            f"motley resume {folder.path} --accept metrics"
+            f"{command} --accept metrics"
         )
     record_change(folder, metadata.round_number, accepted="metrics", problem=problem)
+
+
+def _command(path: Path, overrides: Collection[str], rounds: int | None) -> str:
+    """Return the command that resumes a run with these changes."""
+    words = ["motley", "resume", str(path)]
+    if rounds is not None:
+        words += ["--rounds", str(rounds)]
+    for override in overrides:
+        words += ["--set", override]
+    return shlex.join(words)
 
 
 @one_interrupt()
@@ -383,31 +410,52 @@ def set_rounds(path: Path, rounds: int) -> Config:
 def change_settings(path: Path, overrides: Collection[str], rounds: int | None = None) -> Config:
     """Change settings of an existing run, record the changes and return its new configuration.
 
+    Prefer `resume_run`, which saves no setting that the run cannot be opened with.
+    """
+    folder = RunFolder.open(path)
+    with folder.locked():
+        changed = changed_config(path, overrides, rounds)
+        _save_changes(folder, folder.read_config(), changed)
+    return changed
+
+
+def changed_config(path: Path, overrides: Collection[str], rounds: int | None = None) -> Config:
+    """Return the configuration that an existing run would have with other settings.
+
     Settings that change the training are refused once a round is saved. `rounds` is the new number
     of rounds.
     """
     folder = RunFolder.open(path)
-    with folder.locked():
-        config = folder.read_config()
-        option = "--set training.rounds"
-        changed = with_overrides(config, overrides)
-        if rounds is not None:
-            option = "--rounds"
-            training = changed.training.model_copy(update={"rounds": rounds})
-            changed = changed.model_copy(update={"training": training})
-        metadata = newest_metadata(folder)
-        completed = metadata.round_number if metadata is not None else 0
-        changes = difference(
-            flat(config.model_dump(mode="json")), flat(changed.model_dump(mode="json"))
+    config = folder.read_config()
+    option = "--set training.rounds"
+    changed = with_overrides(config, overrides)
+    if rounds is not None:
+        option = "--rounds"
+        training = changed.training.model_copy(update={"rounds": rounds})
+        changed = changed.model_copy(update={"training": training})
+    completed = _completed_rounds(folder)
+    changes = _differences(config, changed)
+    if changed.training.rounds < completed and (rounds is not None or changes):
+        raise MotleyError(
+            f"{option} {changed.training.rounds}: {path} has already completed {completed} rounds."
         )
-        if changed.training.rounds < completed and (rounds is not None or changes):
-            raise MotleyError(
-                f"{option} {changed.training.rounds}: {path} has already completed {completed} "
-                "rounds."
-            )
-        if changes:
-            if completed:
-                refuse_changes(folder, completed, changes)
-            _record(folder, completed, changes)
-            folder.write_config(changed)
+    if completed:
+        refuse_changes(folder, completed, changes)
     return changed
+
+
+def _save_changes(folder: RunFolder, config: Config, changed: Config) -> None:
+    """Write the new configuration of a run, and record how it differs from the old one."""
+    changes = _differences(config, changed)
+    if changes:
+        _record(folder, _completed_rounds(folder), changes)
+        folder.write_config(changed)
+
+
+def _completed_rounds(folder: RunFolder) -> int:
+    metadata = newest_metadata(folder)
+    return metadata.round_number if metadata is not None else 0
+
+
+def _differences(config: Config, changed: Config) -> Changes:
+    return difference(flat(config.model_dump(mode="json")), flat(changed.model_dump(mode="json")))
