@@ -1,7 +1,8 @@
 """Subclasses of typer's commands and groups.
 
-`Command` and `Group` each work around a problem of older versions of typer with recent versions of
-click. `LazyCommand` imports a command's module only when the command is used.
+`Command` also refuses options that were given as an empty text. `Command` and `Group` each work
+around a problem of older versions of typer with recent versions of click. `LazyCommand` imports a
+command's module only when the command is used.
 
 Recent versions of typer bundle their own copy of click, so click may not be installed.
 """
@@ -15,6 +16,8 @@ from typing import Any
 
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
+
+from motley.core.errors import MotleyError
 
 
 class Command(TyperCommand):
@@ -32,6 +35,21 @@ class Command(TyperCommand):
         for parameter in self.params:
             if isinstance(parameter, TyperArgument) and parameter.name in declared:
                 parameter.help = getattr(declared[parameter.name].default, "help", None)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command, unless an option was given as an empty text.
+
+        The default of many options is the empty text. `--preset "$PRESET"` in a script, with a
+        misspelt variable, would silently run the quickstart.
+        """
+        for parameter in self.params:
+            name = parameter.name or ""
+            source = ctx.get_parameter_source(name)
+            if ctx.params.get(name) == "" and source is not None and source.name == "COMMANDLINE":
+                raise MotleyError(
+                    f"{parameter.opts[0]} '': is empty. Give a value, or leave the option out."
+                )
+        return super().invoke(ctx)
 
 
 def click_suggests_commands() -> bool:
