@@ -489,3 +489,9 @@ def test_a_list_may_be_given_as_a_shell_leaves_it(text: str, sizes: tuple[str, .
 
 def test_one_number_is_a_list_of_one() -> None:
     assert load_config(overrides=["evaluation.targets=0.5"]).evaluation.targets == (0.5,)
+
+
+def test_a_byte_order_mark_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("seed = 7\n", encoding="utf-8-sig")
+    assert load_config(file).seed == 7

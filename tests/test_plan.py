@@ -245,6 +245,7 @@ def test_a_federation_deals_sizes_by_budget(tmp_path: Path) -> None:
         ("client,gflops", "0,1,2", "line 2: has more cells than there are columns."),
         ("gflops,client", "3", "line 2: client is empty"),
         ("client,gflops,gflops", "0,1,2", "column 'gflops' occurs twice."),
+        ("client,gflops", '"0,1', "cannot be read: unexpected end of data."),
     ],
 )
 def test_a_wrong_line_is_named(tmp_path: Path, header: str, line: str, said: str) -> None:

@@ -196,7 +196,8 @@ def _read_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             lines.seek(0)
             # Spreadsheets write semicolons where numbers have a decimal comma.
             is_semicolon = ";" in header and "," not in header
-            reader = csv.DictReader(lines, delimiter=";" if is_semicolon else ",")
+            # strict: an unclosed quote would otherwise swallow all lines below it.
+            reader = csv.DictReader(lines, delimiter=";" if is_semicolon else ",", strict=True)
             columns = list(reader.fieldnames or [])
             _check_columns(file, columns)
             has_rows = False

@@ -246,7 +246,8 @@ def read_toml(file: Path) -> dict[str, Any]:
             raise MotleyError(
                 f"{file}: has {size:,} bytes; a configuration has at most {MAX_TOML_BYTES:,}."
             )
-        values = tomllib.loads(file.read_text(encoding="utf-8"))
+        # utf-8-sig: some editors on Windows write a byte order mark, which is no TOML.
+        values = tomllib.loads(file.read_text(encoding="utf-8-sig"))
         check_depth(values)
         return values
     except FileNotFoundError:
