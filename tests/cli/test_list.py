@@ -206,3 +206,25 @@ def test_a_damaged_run_does_not_hide_the_others(
 def test_a_folder_without_runs_says_so(motley: Command, tmp_path: Path) -> None:
     assert motley("list", "runs", tmp_path) == (0, f"There are no runs in {tmp_path}.\n", "")
     assert motley("list", "runs").err.startswith("motley: runs: there is no such folder.")
+
+
+def test_every_run_is_one_line_in_a_pipe(
+    motley: Command, tiny_run: TinyRun, tmp_path: Path
+) -> None:
+    """Names of a study's runs are longer than a column of a terminal."""
+    run = tmp_path / "runs" / "studies" / ("digits-fedavg-seed1-" + 60 * "b") / "first"
+    shutil.copytree(tiny_run.path, run)
+    answer = motley("list", "runs")
+    heading, line = answer.out.splitlines()
+    assert heading.split()[0] == "run" and heading.split()[-1] == "state"
+    assert line.startswith(f"{run.relative_to(tmp_path)} ") and line.endswith(" finished")
+
+
+def test_numbers_are_whole_in_a_narrow_terminal(
+    motley: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    (tmp_path / "budgets.csv").write_text("client,memory_mb\nphone,0.001\nwatch,1000\n")
+    answer = motley("plan", "--preset", "digits-small", "--budgets", "budgets.csv")
+    for words in ("phone  │ none fits", "watch  │ mlp3", "13,130"):
+        assert words in answer.out

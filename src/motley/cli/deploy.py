@@ -232,6 +232,6 @@ def status(path: Path = FOLDER) -> None:
     control = Control(folder)
     nodes, runs = control.nodes(), control.runs()
     print(f"server at {folder.read_settings().address}")
-    Console().print(node_table(folder, nodes))
+    Console().print_list(node_table(folder, nodes))
     for line in run_lines(folder, runs):
         print(line)

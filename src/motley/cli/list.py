@@ -253,7 +253,7 @@ def _list_runs(folder: Path) -> None:
             run.state,
         )
         table.add_row(*map(str, cells))
-    Console().print(table)
+    Console().print_list(table)
 
 
 # ---- methods' names

@@ -47,14 +47,14 @@ def plan(
     costs = costs_in(config, synthetic)
     console = Console()
     if fleet is None:
-        console.print(_table_of_sizes(costs, config))
+        console.print_numbers(_table_of_sizes(costs, config))
         return
     chosen = [largest_fitting(costs, budget) for budget in fleet]
     if len(fleet) <= MAX_ROWS:
         rows = [_row(budget, size, costs) for budget, size in zip(fleet, chosen, strict=True)]
-        console.print(table(rows, config, "client"))
+        console.print_numbers(table(rows, config, "client"))
     else:
-        console.print(_table_of_sizes(costs, config))
+        console.print_numbers(_table_of_sizes(costs, config))
         _print_unfit(console, fleet, chosen)
     counts = Counter(size or "none" for size in chosen)
     console.print(", ".join(f"{size}: {counts[size]}" for size in (*costs, "none") if counts[size]))

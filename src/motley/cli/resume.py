@@ -57,9 +57,7 @@ def resume(
             change_settings(path, set_, rounds)
             simulate(None, path, [progress])
         else:
-            resume_run(
-                path, [progress], accept=accept, warn=warn, overrides=set_, rounds=rounds
-            )
+            resume_run(path, [progress], accept=accept, warn=warn, overrides=set_, rounds=rounds)
         if not progress.rounds:
             progress.say("This run is already finished.")
 

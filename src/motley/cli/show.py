@@ -109,7 +109,7 @@ def print_outcome(console: Console, folder: RunFolder) -> None:
 def _print_scores(console: Console, result: Outcome, lines: Sequence[Mapping[str, Any]]) -> None:
     """Print the scores of sizes and of clients, and when targets were reached."""
     if result.scores:
-        console.print(score_table(result))
+        console.print_numbers(score_table(result))
         others = other_metrics(lines)
         if others:
             _say(console, f"mean over sizes, last evaluation: {others}")
@@ -119,7 +119,7 @@ def _print_scores(console: Console, result: Outcome, lines: Sequence[Mapping[str
         _say(console, no_scores)
     if result.client_scores is not None:
         _say(console, client_headline(result.client_scores))
-        console.print(client_table(result))
+        console.print_numbers(client_table(result))
     for target, number in result.rounds_to.items():
         reached = f"first reached in round {number}" if number is not None else "not reached"
         score = f"{result.metric.text(target, 1)} mean {result.metric.name}"

@@ -13,7 +13,14 @@ from typing import Any
 
 import rich.console
 from rich.segment import Segment
+from rich.table import Table
 from rich.text import Text
+
+#: Tables of numbers are laid out for at least this many columns.
+NARROWEST = 80
+
+#: No line of a list is longer than this.
+MAX_LINE = 2000
 
 #: Control characters other than tab and line feed, marks that turn the direction of writing, and
 #: halves of characters, which no terminal can show: undecodable bytes of file names become such.
@@ -43,3 +50,37 @@ class Console(rich.console.Console):
             if segment.control is None and _UNSAFE.search(segment.text):
                 segment = Segment(visible(segment.text), segment.style)
             yield segment
+
+    def print_numbers(self, table: Table) -> None:
+        """Print a table of numbers, which rich would shorten if the terminal is too narrow.
+
+        In a narrow terminal the table's lines go on in the next line of the screen instead.
+        """
+        self.print(_Wide(table, NARROWEST), crop=False)
+
+    def print_list(self, table: Table) -> None:
+        """Print a table for people, and for programs at the other end of a pipe.
+
+        In a pipe every row is one line, however long its cells are.
+        """
+        if self.is_terminal:
+            self.print_numbers(table)
+            return
+        with self.capture() as capture:
+            self.print(_Wide(table, MAX_LINE), crop=False)
+        for line in capture.get().splitlines():
+            self.print(line.rstrip(), soft_wrap=True, highlight=False)
+
+
+class _Wide:
+    """A table that is laid out as if the terminal had at least this many columns."""
+
+    def __init__(self, table: Table, width: int) -> None:
+        self.table = table
+        self.width = width
+
+    def __rich_console__(
+        self, console: rich.console.Console, options: rich.console.ConsoleOptions
+    ) -> rich.console.RenderResult:
+        width = max(options.max_width, self.width)
+        yield from console.render(self.table, options.update_width(width))

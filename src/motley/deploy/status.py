@@ -33,7 +33,9 @@ def missing_clients(nodes: Mapping[int, Any], clients: int) -> list[int]:
 
 def node_table(folder: DeployFolder, nodes: Sequence[Any]) -> Table:
     """Return a table with one row per node."""
-    table = Table("client", "node", "size", "device", "state", "since (UTC)", "Flower's id")
+    table = Table("client", "node", "size", "device", "state", "since (UTC)")
+    # Copied into Flower's own commands, so never shortened.
+    table.add_column("Flower's id", no_wrap=True, min_width=20)
     if folder.read_settings().insecure:
         # Without keys the server does not know which client a node is until a run asks the node.
         for info in nodes:
