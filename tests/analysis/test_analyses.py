@@ -104,6 +104,25 @@ def test_deltas_of_two_runs_are_compared(run: Path, tmp_path: Path) -> None:
     assert all(row[-1] is None for row in rows if row[0] == "run")
 
 
+def test_layers_with_the_same_color_are_told_apart(run: Path, tmp_path: Path) -> None:
+    """A deep model has more layers than the figure has colors."""
+    (tmp_path / "deep").mkdir()
+    lines = []
+    for text in (run / "metrics.jsonl").read_text().splitlines():
+        line = json.loads(text)
+        line["metrics"] = {
+            f"inco/layer{number}.weight/{name}": 0.5
+            for number in range(32)
+            for name in ("theta", "beta", "positive")
+        }
+        lines.append(json.dumps(line))
+    (tmp_path / "deep" / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    figure = ANALYSES["coefficients"]([tmp_path / "deep"]).figure
+    for axis in figure.axes:
+        looks = {(str(line.get_color()), str(line.get_linestyle())) for line in axis.get_lines()}
+        assert len(looks) == len(axis.get_lines()) == 32
+
+
 def test_runs_that_cannot_be_analyzed_are_rejected(run: Path, tmp_path: Path) -> None:
     plain = small_run(tmp_path / "plain", "method.name=HeteroAvg")
     with pytest.raises(MotleyError, match="ran without InCo"):

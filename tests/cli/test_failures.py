@@ -431,6 +431,24 @@ def test_a_configuration_edited_to_another_model_is_refused(
     )
 
 
+def test_an_analysis_refuses_a_configuration_edited_to_another_model(
+    motley: Command, damaged: Path
+) -> None:
+    config = damaged / "config.toml"
+    text = config.read_text()
+    assert "width = 0.0625" in text
+    config.write_text(text.replace("width = 0.0625", "width = 0.125"))
+    assert_message(
+        motley("analyze", "cka", damaged),
+        "config.toml describes a different model than the checkpoint of round ",
+    )
+
+
+def test_sizes_needs_a_round_with_scores(motley: Command, damaged: Path) -> None:
+    (damaged / "metrics.jsonl").write_text("")
+    assert_message(motley("analyze", "sizes", damaged), "has no evaluated round.")
+
+
 @pytest.mark.parametrize("name", ["server.json", "state.safetensors"])
 def test_a_damaged_checkpoint_is_named(motley: Command, damaged: Path, name: str) -> None:
     (damaged / "checkpoints" / "round-000003" / name).write_bytes(b"\x93\x12")

@@ -15,6 +15,8 @@ from motley.runs.metrics import MetricsLog, layer_metrics
 
 #: The coefficients that are drawn -> their titles.
 TITLES = {"theta": "theta", "beta": "beta", "positive": "share of beta > 0"}
+#: The kinds of lines, in the order of their use.
+STYLES = ("-", "--", ":", "-.")
 
 
 @analysis("coefficients", "InCo's theta and beta per layer over rounds")
@@ -38,9 +40,11 @@ def coefficients(paths: Sequence[Path]) -> Findings:
                 f"{path} has no coefficients: it ran without InCo (server.inco.variant)."
             )
         for axis, (name, title) in zip(axes_of_run, TITLES.items(), strict=True):
-            for layer, curve in curves.items():
+            for number, (layer, curve) in enumerate(curves.items()):
                 label = layer.removesuffix(".weight")
-                axis.plot(curve["round"], curve[name], label=label, linewidth=1)
+                # Ten colors are repeated, so every ten layers have another kind of line.
+                style = STYLES[number // 10 % len(STYLES)]
+                axis.plot(curve["round"], curve[name], style, label=label, linewidth=1)
             axis.set(title=f"{path.name}: {title}", xlabel="round")
-        axes_of_run[-1].legend(fontsize=6)
+        axes_of_run[-1].legend(fontsize=6, loc="upper left", bbox_to_anchor=(1, 1))
     return Findings(("run", "round", "layer", *TITLES.values()), rows, figure)

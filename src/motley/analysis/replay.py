@@ -29,6 +29,7 @@ from motley.data.device import device_data
 from motley.federation import Federation
 from motley.runs.checkpoint import checkpoints, read_checkpoint
 from motley.runs.folder import RunFolder
+from motley.runs.integrity import require_same_model
 from motley.server.state import ServerState
 
 #: Progress of an analysis, one message per slow step. `motley analyze` prints them.
@@ -66,7 +67,9 @@ def open_run(path: Path) -> Iterator[tuple[Federation, list[ServerState]]]:
         refuse_global_model(federation.method)  # analyses are about deltas and the global model
         servers = []
         for checkpoint in saved:
-            server = federation.to_device(read_checkpoint(checkpoint))
+            server = read_checkpoint(checkpoint)
+            require_same_model(folder, federation, server)
+            server = federation.to_device(server)
             if not client_states.exists():
                 server = replace(server, client_state_rounds={})
             servers.append(server)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from motley.analysis.findings import Findings, analysis, new_figure
+from motley.core.errors import MotleyError
 from motley.runs.metrics import ACCURACY, OVERALL, MetricsLog, metric_of, scores_of
 from motley.tasks import MetricInfo
 
@@ -26,6 +27,8 @@ def sizes(paths: Sequence[Path]) -> Findings:
             for size, value in scores_of(line).items():
                 rows.append((path.name, line["round"], size, value))
                 curves.setdefault(size, []).append((line["round"], metric.scaled(value)))
+        if not curves:
+            raise MotleyError(f"{path} has no evaluated round.")
         for size, points in curves.items():
             width = 3 if size == OVERALL else 1.2
             axis.plot(*zip(*points, strict=True), label=size, linewidth=width)

@@ -20,6 +20,7 @@ import numpy as np
 
 from motley.config import Config, from_saved, read_toml
 from motley.core.errors import MotleyError
+from motley.core.part import State
 from motley.data import Examples
 from motley.federation import Federation
 from motley.runs.checkpoint import (
@@ -35,6 +36,7 @@ from motley.runs.client_log import ClientLog
 from motley.runs.folder import RunFolder
 from motley.runs.line_log import LineLog
 from motley.runs.metrics import MetricsLog
+from motley.server.state import ServerState
 from motley.settings import flat
 
 #: Arrays of at most this many bytes are hashed whole, others at evenly spread places.
@@ -312,6 +314,41 @@ def refuse_changes(folder: RunFolder, round_number: int, changes: Changes) -> No
 
 def _shown(value: Any) -> str:
     return "not set" if value is None else repr(value)
+
+
+# ---- the model
+
+
+def require_same_model(folder: RunFolder, federation: Federation, checkpoint: ServerState) -> None:
+    """Raise if config.toml was edited so that its global state differs from the checkpoint's.
+
+    A moving average has the tensors of the global state. The states of the method and of the stages
+    may have other tensors after every round; checksums tell whether they are damaged.
+    """
+    configured = _layout(federation.split.meta_state)
+    sections = {"": checkpoint.state}
+    if checkpoint.ema is not None:
+        sections["ema: "] = checkpoint.ema
+    for prefix, state in sections.items():
+        saved = _layout(state)
+        for name in (*configured, *saved):
+            if configured.get(name) != saved.get(name):
+                before, now = saved.get(name, "absent"), configured.get(name, "absent")
+                raise MotleyError(
+                    f"{folder.config} describes a different model than the checkpoint of round "
+                    f"{checkpoint.round_number}. The first difference is {prefix}{name!r}: {now} "
+                    f"in the configuration, {before} in the checkpoint. "
+                    "Undo the change of the configuration, or start a new run."
+                )
+
+
+def _layout(state: State) -> dict[str, str]:
+    """Return the shape and type of every tensor, as text."""
+    layout = {}
+    for name, tensor in state.items():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        layout[name] = f"{tuple(tensor.shape)} {dtype}"
+    return layout
 
 
 # ---- all of it, for commands that read a run

@@ -11,7 +11,6 @@ from pathlib import Path
 from motley.config import Config, with_overrides
 from motley.core.dotted import describe
 from motley.core.errors import MotleyError
-from motley.core.part import State
 from motley.engine import DebugEngine, Engine, LocalEngine
 from motley.extras import require
 from motley.federation import Federation
@@ -38,6 +37,7 @@ from motley.runs.integrity import (
     newest_metadata,
     record_change,
     refuse_changes,
+    require_same_model,
 )
 from motley.runs.interrupt import one_interrupt
 from motley.runs.loggers import build_loggers, require_loggers
@@ -173,7 +173,7 @@ def _restore(
     for checkpoint in reversed(checkpoints(folder.checkpoints)):
         try:
             server = read_checkpoint(checkpoint)
-            _require_same_model(folder, federation, server)
+            require_same_model(folder, federation, server)
             if server.round_number < federation.config.training.rounds:
                 # A finished run needs none, and a study deletes them.
                 _check_client_states(federation, server)
@@ -368,38 +368,6 @@ class _Delivery:
                 stack.callback(callback.on_stop, self.server)
                 if error is not None:
                     stack.callback(callback.on_exception, error)
-
-
-def _require_same_model(folder: RunFolder, federation: Federation, checkpoint: ServerState) -> None:
-    """Raise if config.toml was edited so that its global state differs from the checkpoint's.
-
-    A moving average has the tensors of the global state. The states of the method and of the stages
-    may have other tensors after every round; checksums tell whether they are damaged.
-    """
-    configured = _layout(federation.split.meta_state)
-    sections = {"": checkpoint.state}
-    if checkpoint.ema is not None:
-        sections["ema: "] = checkpoint.ema
-    for prefix, state in sections.items():
-        saved = _layout(state)
-        for name in (*configured, *saved):
-            if configured.get(name) != saved.get(name):
-                raise MotleyError(
-                    f"{folder.path} cannot be continued: {folder.config.name} describes a "
-                    f"different model than the checkpoint of round {checkpoint.round_number}. "
-                    f"The first difference is {prefix}{name!r}: {configured.get(name, 'absent')} "
-                    f"in the configuration, {saved.get(name, 'absent')} in the checkpoint. "
-                    "Undo the change of the configuration, or start a new run."
-                )
-
-
-def _layout(state: State) -> dict[str, str]:
-    """Return the shape and type of every tensor, as text."""
-    layout = {}
-    for name, tensor in state.items():
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        layout[name] = f"{tuple(tensor.shape)} {dtype}"
-    return layout
 
 
 def set_rounds(path: Path, rounds: int) -> Config:
