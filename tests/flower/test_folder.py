@@ -184,10 +184,18 @@ def test_accepted_hosts(tmp_path: Path, host: str) -> None:
     assert address == (f"[{host}]:8443" if ":" in host else f"{host}:8443")
 
 
-@pytest.mark.parametrize("host", ["", "bad_host!"])
-def test_init_refuses_such_a_host_before_it_writes_anything(tmp_path: Path, host: str) -> None:
+@pytest.mark.parametrize(
+    ("host", "message"),
+    [
+        ("", "--host '': is empty"),
+        ("bad_host!", "host = 'bad_host!': should be the host name or the IP address"),
+    ],
+)
+def test_init_refuses_such_a_host_before_it_writes_anything(
+    tmp_path: Path, host: str, message: str
+) -> None:
     code, _, err = call("deploy", "init", tmp_path / "fed", "--host", host)
-    assert code == 2 and f"host = {host!r}: should be the host name or the IP address" in err
+    assert code == 2 and message in err
     assert not (tmp_path / "fed").exists()
 
 

@@ -284,7 +284,7 @@ def test_a_payload_with_private_names_does_not_leave_the_client(
         return {"head.bias": step.params["head.bias"]}, step.client_state
 
     monkeypatch.setattr(federation.method.client, "finish", leak)
-    with pytest.raises(TypeError, match=r"\['head.bias'\] as its payload, .* private tensors"):
+    with pytest.raises(MotleyError, match=r"\['head.bias'\] as its payload, .* private tensors"):
         federation.run_round(federation.initial_state())
 
 
