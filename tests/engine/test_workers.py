@@ -104,10 +104,20 @@ def outcome(*overrides: str, folder: Path | None = None) -> tuple[object, ...]:
 
 
 def one_method_per_kind() -> list[str]:
-    """Return a method for each combination of requirements: they decide what travels."""
-    names = {}
+    """Return a method for each combination of what its clients receive, keep and send."""
+    names: dict[object, str] = {}
     for entry in METHODS:
-        names.setdefault(entry.item.requirements, entry.name)
+        needs = entry.item.requirements
+        kind = (
+            needs.own_training,
+            needs.client_state,
+            needs.personal_model,
+            needs.payload,
+            needs.collection,
+            needs.exchanges_weights,
+            needs.client_public_data,
+        )
+        names.setdefault(kind, entry.name)
     return list(names.values())
 
 

@@ -156,6 +156,20 @@ def feddyn(fl: Reference, turns: dict[int, list[Batch]], alpha: float) -> None:
     fl.become([m - h / alpha for m, h in zip(fl.mean(models), fl.server, strict=True)])
 
 
+def gradients_here_and_uphill(
+    model: nn.Module, images: Tensor, labels: Tensor, rho: float
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    loss = nn.functional.cross_entropy(model(images), labels)
+    first = torch.autograd.grad(loss, list(model.parameters()))
+    norm = torch.cat([g.flatten() for g in first]).norm()
+    up = copy.deepcopy(model)
+    with torch.no_grad():
+        for p, g in zip(up.parameters(), first, strict=True):
+            p.add_(rho * g / norm)
+    loss = nn.functional.cross_entropy(up(images), labels)
+    return first, torch.autograd.grad(loss, list(up.parameters()))
+
+
 def fedspeed(
     fl: Reference, turns: dict[int, list[Batch]], alpha: float, rho: float, ascent: float
 ) -> None:
@@ -166,17 +180,7 @@ def fedspeed(
         model = copy.deepcopy(fl.model).train()
         optimizer = fl.optimizer(list(model.parameters()))
         for images, labels in batches:
-            first = torch.autograd.grad(
-                nn.functional.cross_entropy(model(images), labels), list(model.parameters())
-            )
-            norm = torch.cat([g.flatten() for g in first]).norm()
-            up = copy.deepcopy(model)
-            with torch.no_grad():
-                for p, g in zip(up.parameters(), first, strict=True):
-                    p.add_(rho * g / norm)
-            second = torch.autograd.grad(
-                nn.functional.cross_entropy(up(images), labels), list(up.parameters())
-            )
+            first, second = gradients_here_and_uphill(model, images, labels, rho)
             parts = zip(model.parameters(), first, second, dual, fl.model.parameters(), strict=True)
             for p, g1, g2, d, w in parts:
                 p.grad = (1 - ascent) * g1 + ascent * g2 + alpha * (p.detach() - w.detach() + d)
@@ -194,17 +198,7 @@ def fedsam(fl: Reference, turns: dict[int, list[Batch]], rho: float) -> None:
         model = copy.deepcopy(fl.model).train()
         optimizer = fl.optimizer(list(model.parameters()))
         for images, labels in batches:
-            first = torch.autograd.grad(
-                nn.functional.cross_entropy(model(images), labels), list(model.parameters())
-            )
-            norm = torch.cat([g.flatten() for g in first]).norm()
-            up = copy.deepcopy(model)
-            with torch.no_grad():
-                for p, g in zip(up.parameters(), first, strict=True):
-                    p.add_(rho * g / norm)
-            second = torch.autograd.grad(
-                nn.functional.cross_entropy(up(images), labels), list(up.parameters())
-            )
+            _, second = gradients_here_and_uphill(model, images, labels, rho)
             for p, g in zip(model.parameters(), second, strict=True):
                 p.grad = g
             optimizer.step()

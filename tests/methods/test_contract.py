@@ -111,6 +111,9 @@ CASES = {
     **{name: (*SPLITS["depth"], *INCO["inco"], *more) for name, more in SERVERS.items()},
     "fedet-grouped-plain": (*chosen("fedet"), *SPLITS["grouped"]),
 }
+#: InCo works on the state of the server, so its cases over one split stand for those over the others.
+SLOW = {case for case in CASES if case.endswith(("homogeneous-inco", "grouped-inco"))}
+MARKED = [pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case for case in CASES]
 GLOBAL = [case for case in CASES if case.split("-")[0] not in OWN_MODELS]
 FIXED = {"spherefed": ("fc.weight", "fc.bias")}
 """Parameters that a method does not train."""
@@ -164,7 +167,7 @@ def everything(federation: Federation, server: ServerState) -> dict[str, str]:
     return {**hashes, **remembered}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", MARKED)
 def test_slots_debug_and_a_resumed_run_end_alike(case: str, tmp_path: Path) -> None:
     first = federation_of(case, folder=tmp_path / "clients")
     half = played(first, first.initial_state(), 1)
