@@ -124,15 +124,16 @@ def search(
         for constant in constants:
             kept = constant.read()
             for value in constant.values:
+                # The value of the pass's beginning has been measured already.
                 if value == kept or time.perf_counter() > latest:
                     continue
-                before = constant.read()
+                best_value = constant.read()
                 constant.write(value)
                 milliseconds = try_current(f"{constant.name} = {value}")
                 if milliseconds < GAIN * best:
                     best, has_improved = milliseconds, True
                 else:
-                    constant.write(before)
+                    constant.write(best_value)
     return {constant.name: constant.read() for constant in constants}
 
 
